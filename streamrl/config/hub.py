@@ -116,7 +116,10 @@ def _rows(text: str, key: str) -> str:
             raise
         return f"{cached}/{_pattern(repo, _files(cached), pattern)}"  # without the Hub, what was fetched before is what there is
     pattern = _pattern(repo, files, pattern)
-    return f"{_snapshot(repo, (pattern,), offline=False)}/{pattern}"
+    cached = _snapshot(repo, (pattern,), offline=True)
+    if cached is None or {*fnmatch.filter(files, pattern)} - {*_files(cached)}:
+        cached = _snapshot(repo, (pattern,), offline=False)
+    return f"{cached}/{pattern}"
 
 
 def _files(folder: Path) -> list[str]:

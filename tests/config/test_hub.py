@@ -102,6 +102,14 @@ def test_what_can_only_be_a_path_is_one(cache: Path, tmp_path: Path, text: str) 
     assert from_hub(json.loads(json.dumps(tree)), tmp_path) == tree
 
 
+DATASET = {
+    "data/train-00000-of-00001.jsonl": b'{"prompt": "x", "label": "1"}\n',
+    "data/test-00000-of-00001.jsonl": b"{}\n",
+    "README.md": b"x",
+}
+FILES = MODEL | {name.rpartition("/")[2]: content for name, content in DATASET.items()}
+
+
 class Hub(http.server.BaseHTTPRequestHandler):
     """The few addresses of the Hub that its library asks for: what a repository has, and its files."""
 
@@ -110,7 +118,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path.startswith("/api/"):
-            siblings = [{"rfilename": name, "size": len(content)} for name, content in {**MODEL, "model.bin": b"x"}.items()]
+            files = DATASET if "/datasets/" in self.path else {**MODEL, "model.bin": b"x"}
+            siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
             told = {
                 "id": "a/b",
                 "modelId": "a/b",
@@ -124,10 +133,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
             tree = [{"type": "file", "path": one["rfilename"], "size": one["size"], "oid": "0" * 40} for one in siblings]
             self._answer(json.dumps(tree if "/tree/" in self.path else told).encode())
         else:
-            self._answer(MODEL[self.path.rpartition("/")[2]])
+            self._answer(FILES[self.path.rpartition("/")[2]])
 
     def _answer(self, body: bytes) -> None:
-        size = len(MODEL.get(self.path.rpartition("/")[2], body))
+        size = len(FILES.get(self.path.rpartition("/")[2], body))
         self.send_response(200)
         for name, value in (("ETag", '"' + "e" * 40 + '"'), ("X-Repo-Commit", REVISION), ("Content-Length", str(size))):
             self.send_header(name, value)
@@ -151,7 +160,8 @@ def hub() -> Iterator[str]:
 def test_what_the_cache_lacks_is_fetched_and_said(hub: str, tmp_path: Path) -> None:
     """In a process of its own: the library reads the Hub's address when it is imported."""
     program = "import sys, pathlib; from streamrl.config.hub import from_hub as at; "
-    program += "print(at({'model': {'path': 'a/b'}}, pathlib.Path('.'))['model']['path'])"
+    program += "found = at({'model': {'path': 'a/b'}, 'data': {'train': 'c/d'}}, pathlib.Path('.')); "
+    program += "print(found['model']['path'], found['data']['train'], sep='\\n')"
     environment = {
         **os.environ,
         "HF_ENDPOINT": hub,
@@ -163,6 +173,11 @@ def test_what_the_cache_lacks_is_fetched_and_said(hub: str, tmp_path: Path) -> N
     for again in (False, True):
         done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        folder = Path(done.stdout.strip())
+        folder, rows = map(Path, done.stdout.split())
         assert {file.name for file in folder.iterdir()} == set(MODEL), "and no other weights"
-        assert ("fetching 3 files" in done.stderr and "a/b" in done.stderr) != again
+        [file] = rows.parent.glob(rows.name)
+        assert (file.name, *os.listdir(rows.parent)) == ("train-00000-of-00001.jsonl",) * 2, "and no other split"
+        told = [line for line in done.stderr.splitlines() if line.startswith("fetching")]
+        assert [("3 files" in line, "1 files" in line, "a/b" in line, "c/d" in line) for line in told] == (
+            [] if again else [(True, False, True, False), (False, True, False, True)]
+        )
