@@ -1,6 +1,6 @@
 """This machine: its processors, memory and processes, files that are there as a whole or not at all, and its addresses.
 
-Each thing that Linux alone has comes with what other systems have in its place.
+What Linux alone has comes with what is used in its place on other systems.
 """
 
 from __future__ import annotations

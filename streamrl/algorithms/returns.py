@@ -3,7 +3,7 @@
 Letters: `T` tokens of a batch, `M` steps. Sample n's tokens are [offsets[n], offsets[n + 1]). A *step* is a token under the mask: only
 those are actions, only their rewards and values are read, and only they get a result; the others get 0. Time goes by in tokens: between
 a step and the next one that stands d tokens behind it (d > 1 where a tool's answer lies between) the discount is gamma^d. After a
-sample's last step nothing follows, V = 0; or, where a length limit cut the sample, the value of the state behind its last token does.
+sample's last step nothing follows, V = 0; or, where a length limit truncated the sample, the value of the state behind its last token does.
 
 Behind all of them is one recurrence, x_t = terms_t + factors_t x_{t+1} from the last t to the first (`scan`). A factor of 0 at the last
 token of a sequence keeps sequences apart, so a whole packed batch is one scan. Letters: `M` steps, `C` chunks.

@@ -1,4 +1,4 @@
-"""The bridges by the prefixes of references, for the rest of the house: nothing of a bridge is imported before it is named."""
+"""The bridges are listed here by the prefixes of their references. Nothing of a bridge is imported before a reference names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bridges to other systems: what `streamrl/bridges/table.py` lists, by the prefix of a reference. Each is loaded when it is named."""
+"""A bridge to another system is found by a reference's prefix. `streamrl/bridges/table.py` lists them; each is imported when needed."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ if TYPE_CHECKING:
 
 
 class Bridge(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the table. A function of the bridge is `module:name`, and is empty where the bridge has none."""
+    """A row of the table. A function is named as `module:name`; an empty text: the bridge has none."""
 
     prefixes: tuple[str, ...]
     """Texts before the names of its functions or environments in a reference, with the colon."""
     adapted: str = ""
-    """(reference, *, key, base) -> a function of our form that calls the user's, which is of the other system's form."""
+    """(reference, *, key, base) -> a function with streamrl's signature that calls the user's, which has the other system's."""
     check: str = ""
     """(name, section `producer`) -> None; raises ConfigError for an environment that is not there."""
     producer: str = ""
     """(name) -> the function that rolls tasks out in the environment."""
     play: str = ""
-    """async (worker) -> None, a producer worker whose rollouts the other system makes, of tasks that it brings."""
+    """async (worker) -> None, runs a producer worker for which the other system makes the rollouts, of its own tasks."""
     write_rows: str = ""
-    """async (config, model directory, note) -> None, writes the rows of tasks that it brings to `data.train`."""
+    """async (config, model directory, note) -> None, writes the other system's tasks to `data.train` as rows."""
     loss: str = ""
     """(section `loss`) -> a `WholeLoss` of streamrl.trainers.torch.update, of the function that `LossConfig.of_logits` names."""
     options: str = ""
-    """(config, model directory) -> what the user's functions are given besides their options, by name."""
+    """(config, model directory) -> values by name that the user's functions are given besides their options."""
     section: str = ""
     """Section of the configuration; its `custom_config` holds values of the user's own."""
     lowered: str = ""
-    """(raw table, where) -> the table with the functions of the section at the keys that they are here."""
+    """(raw table, where) -> the table with the functions of the section at streamrl's own keys, too."""
     raised: str = ""
-    """(raw table) -> the other way round, so that it may be changed."""
+    """(raw table) -> the table without what `lowered` has put there, so that the section can be changed."""
     check_function: str = ""
-    """(reference, *, key) -> None; raises ConfigError unless the function at a key of the section has its form."""
+    """(reference, *, key) -> None; raises ConfigError unless the function at a key of the section has the signature for it."""
     functions: tuple[str, ...] = ()
     """Keys of the section that name a function."""
     function_lists: tuple[str, ...] = ()
-    """Keys that name several."""
+    """Keys of the section that name several functions."""
     beside: tuple[str, ...] = ()
-    """Keys of both kinds whose functions stand at no other key."""
+    """Keys of either kind whose functions have no key of streamrl's own."""
     judging: tuple[str, ...] = ()
-    """Keys among these whose functions judge what any producer has made."""
+    """Keys among these whose functions judge the rollouts of any producer."""
     of_producers: tuple[str, ...] = ()
-    """Keys of both kinds whose functions only producers run."""
+    """Keys of either kind whose functions only producers run."""
     of_trainer: tuple[str, ...] = ()
-    """Keys of both kinds whose functions the trainer runs."""
+    """Keys of either kind whose functions the trainer runs."""
     check_config: str = ""
     """(config) -> None; raises ConfigError for keys that do not go with a producer of this bridge."""
 
@@ -103,16 +103,16 @@ def section_of(key: str) -> Bridge | None:
 
 
 def sections_of(references: Iterable[str]) -> list[str]:
-    """The sections that say more of functions, each once."""
+    """The sections of the bridges that these references name, each once."""
     found = (bridge_of(reference) for reference in references)
     return sorted({bridge.section for bridge in found if bridge is not None and bridge.section})
 
 
 def lowered(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A raw table with the functions of bridges' sections at the keys that they are here. Done again, it changes nothing.
+    """Put the functions that bridges' sections of a raw table name at streamrl's own keys, too. A second time it changes nothing.
 
     Raises:
-        ConfigError: such a key names something else too, or two functions are for one key.
+        ConfigError: such a key names something else already, or two functions are for one key.
     """
     found = dict(tree)
     for one in bridges():
@@ -122,7 +122,7 @@ def lowered(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def raised(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The other way round: a lowered table with nothing at the keys that bridges' sections fill, so that it may be changed."""
+    """Remove from a table what `lowered` has put there, so that bridges' sections can be changed."""
     found = dict(tree)
     for one in bridges():
         if one.raised:
@@ -131,13 +131,13 @@ def raised(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_options(config: Config, model_dir: str | Path, reference: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options as user code in children gets them: to a function of another system's form with what that system gives it."""
+    """Return the options that user code in a child is given. A function written for another system also gets what that would give it."""
     bridge = bridge_of(reference)
     return {**options, **function_of(bridge.options)(config, model_dir)} if bridge and bridge.options else options
 
 
 def beside(config: Config) -> dict[str, str]:
-    """By key, the functions that have no key of ours to stand at: code that runs beside another."""
+    """Return by key the functions of bridges' sections that have no key of streamrl's own and run beside one that has."""
     found: dict[str, str] = {}
     for key in (key for bridge in bridges() for key in bridge.beside):
         section, _, name = key.partition(".")

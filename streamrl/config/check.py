@@ -1,4 +1,4 @@
-"""All rules of a configuration in their order, and those across sections. Bounds of single values stand at the fields."""
+"""Checks all rules of a configuration, in their order; those about several sections are here. Bounds of single values are at the fields."""
 
 from __future__ import annotations
 

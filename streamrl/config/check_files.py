@@ -1,4 +1,4 @@
-"""Whether the files that a configuration names are there, and its run may have its name."""
+"""Checks that the files that a configuration names are there, and that its run may have its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the recorded runs of tests/recorded say in other words than a configuration of today, so that they load and resume."""
+"""Translates the configurations of tests/recorded, which earlier versions wrote in other words, so that those runs load and resume."""
 
 from __future__ import annotations
 

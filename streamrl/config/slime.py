@@ -1,4 +1,4 @@
-"""The section `slime`; what becomes of it says `streamrl/bridges/slime/section.py`."""
+"""The section `slime`, which `streamrl/bridges/slime/section.py` translates to streamrl's own keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples that a length limit truncated, one token longer: so the packing feeds their last token too, whose state has a value. Pure."""
+"""Makes truncated samples one token longer, so that their own last token is fed to the model too and its state gets a value. Pure."""
 
 from __future__ import annotations
 

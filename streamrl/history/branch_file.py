@@ -1,4 +1,4 @@
-"""Files that a branch leaves in its directory: where it comes from, and its ledger. For those who only read them."""
+"""A branch leaves two files in its directory: `branch.json`, where it comes from, and `ledger.jsonl`. They are read here."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class BranchFile(msgspec.Struct, frozen=True, kw_only=True):
     """Version that it branches at."""
     overrides: tuple[str, ...]
     same_batches: bool
-    """True where its batches are the parent's."""
+    """True if its batches are the parent's."""
     created_s: float
 
 
 def read_branch_file(directory: Path) -> BranchFile | None:
-    """Read what a branch was trained from; None for a directory of something else. Raises SchemaError for a file that says nothing."""
+    """Read what a branch was trained from; None if the directory is no branch's. Raises SchemaError for a file that cannot be read."""
     path = directory / BRANCH_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=BranchFile)

@@ -55,9 +55,9 @@ class Earlier(msgspec.Struct, frozen=True, kw_only=True):
 
     producer: str
     first_s: float
-    """Of its first report with the task, by its clock."""
+    """Time of its first report with the task, by its clock."""
     last_s: float
-    """Of the last."""
+    """Time of its last report with the task."""
 
 
 class Claimed(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,21 +78,21 @@ class SampleLife(msgspec.Struct, frozen=True, kw_only=True):
     sample: int
     tokens: int
     trained_tokens: int
-    """With a loss mask of 1."""
+    """Tokens with a loss mask of 1."""
     images: tuple[Image, ...] = ()
-    """Of its task's row; its tokens were sampled without them."""
+    """Images of its task's row; its tokens were sampled without them."""
     status: str
     agent: str = ""
-    """Whose own reward it is trained on; empty: it is the rollout's."""
+    """Agent on whose own reward it is trained; empty: on the rollout's."""
     reward: float | None
-    """That it is trained on."""
+    """The reward that it is trained on."""
     reward_parts: dict[str, float]
     started_s: float | None
     finished_s: float | None
     scored_s: float | None
     turns: tuple[TurnLife, ...]
     counters: dict[str, float]
-    """Of its engine, over the calls of these turns."""
+    """Counters of its engine, over the calls of these turns."""
     demonstration: bool
 
 
@@ -106,9 +106,9 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     folded: str | None
     """The version whose batch closed with it folded; None: not yet."""
     detail: str
-    """What it says, in words: a tombstone's reason, a reward's value, why it cannot be read."""
+    """Its content in words: a tombstone's reason, a reward's value, or why it cannot be read."""
     rollouts: tuple[int, ...]
-    """Which it is about; none: the task as a whole."""
+    """Rollouts that it is about; none: the task as a whole."""
     drops: tuple[str, ...]
     """Reasons of the ledger not to train it, or part of it."""
 
@@ -120,9 +120,9 @@ class RolloutLife(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """`trained`, `baseline` (the greedy one of a trained group, of which nothing is), `dropped`, `ended`, `stored` or `open`."""
     why: str
-    """Reasons where it was not trained."""
+    """Reasons why it was not trained; empty if it was."""
     sequence: int | None
-    """Of the message with its samples, the one that counts."""
+    """Sequence of the message with its samples, the one that counts."""
     samples: tuple[SampleLife, ...]
 
 
@@ -136,18 +136,18 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """`trained`, `dropped`, or `open`."""
     detail: str
-    """Into which version, why not, or where it stands."""
+    """The version it was trained into, why it was not trained, or where it stands."""
     version: str | None
-    """That it was trained into, or that was made next when it was dropped."""
+    """The version that it was trained into, or the one made next when it was dropped."""
     ended_s: float | None
     credit: str
-    """With which credit it was issued, in words."""
+    """The credit that it was issued with, in words."""
     claim: Claimed | None
-    """Of the delivery that gave what is stored; None: nothing is."""
+    """The delivery that gave what is stored; None: nothing is stored."""
     messages: tuple[Stored, ...]
     rollouts: tuple[RolloutLife, ...]
     notes: tuple[str, ...]
-    """What the log does not have."""
+    """Parts of its life that the log does not have."""
 
 
 def images_text(images: Sequence[Image]) -> str:

@@ -1,7 +1,7 @@
 """Files of a torch trainer's checkpoint: safetensors, JSON and the caller's bytes; nothing in it is unpickled.
 
-The tensors of a model that is cut are in a file a part, each written by the rank that holds it (`streamrl.models.tensor_files`), and
-any mesh reads of them the rows that each of its ranks holds.
+The tensors of a model that is cut are in one file for each part, written by the rank that holds it (`streamrl.models.tensor_files`).
+Each rank of any mesh reads from them the rows that it holds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ranks that write one checkpoint together, each its part: where it is written, and rank 0's hearing what has been.
+"""Several ranks write one checkpoint together, each its own part; rank 0 tells them where, and hears what each has written.
 
 ```text
 rank 0      begin_directory ─ name ─> writes its part ─────────── hears of all ─> seals, renames
@@ -88,7 +88,7 @@ class Writers:
                         self._send(data, 0)
 
     def hear(self, begun: Path) -> tuple[Sealed, Set[str]]:
-        """Rank 0: `checkpoints.Others`. All are heard, so that the next checkpoint finds nothing of this one on its way.
+        """Rank 0: `streamrl.models.directories.Others`. All are heard, so that the next checkpoint finds nothing of this one on its way.
 
         Raises:
             TrainingError: a rank has ended, or cannot write.

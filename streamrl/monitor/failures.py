@@ -1,4 +1,4 @@
-"""What has ended without a sample since the newest batch, from tombstones: the ledger has them only once a batch is trained."""
+"""Counts what has ended without a sample since the newest batch, by tombstones: the ledger has them only once a batch is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of `streamrl status RUN --json`: the same of a run that is up, from its bus, and of one that has ended, from its files."""
+"""`streamrl status RUN --json` has the same keys for a run that is up, from its bus, and for one that has ended, from its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from streamrl.monitor.summary import Summary
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One run, as programs read it. A key is always there; None: not known, or nothing of the kind now.
 
-    A later version may add keys; it removes none and changes none's meaning. docs/operations.md has them as a table.
+    A later version may add keys, but will neither remove one nor change what one means. docs/operations.md has the table.
     """
 
     run: str

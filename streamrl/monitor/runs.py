@@ -38,7 +38,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     """`preparing`, `running`, `finished`, `stopped` (drained), `failed`, `interrupted` (killed), `removing` (`streamrl runs rm` has begun
     and not ended), or that it cannot be read, and why."""
     supervisor: int | None
-    """Process id of who runs it; 0: a process that has not said which; None: nobody."""
+    """Process id of its supervisor; 0: not known; None: it is not up."""
     began_s: float | None = None
     """Unix seconds of its last start; of a branch, of when it was made."""
     ended_s: float | None = None

@@ -1,4 +1,4 @@
-"""A branch on the page: where it comes from, and rows made of its own ledger, for it has neither metrics files nor a log."""
+"""A branch on the page: where it comes from, and rows made from its own ledger, for it has neither metrics files nor a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other runs of the same directory of runs beside this one, from their metrics files alone; nothing of the other runs is changed."""
+"""Other runs of the same directory of runs, by their metrics files, and branches, by their ledgers; none of these is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests that tell the folder of a model from that of another, wherever they lie."""
+"""Digests tell the folder of one model from that of another, wherever they lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thoughts that a prompt has opened: a reward sees that, and one that was cut leaves nothing to grade."""
+"""Thoughts that a prompt has opened: a reward sees that, and one that was truncated leaves nothing to grade."""
 
 from __future__ import annotations
 

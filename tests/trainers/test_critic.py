@@ -1,4 +1,4 @@
-"""The critic: learned returns, its first steps, checkpoints, what a replay sees; and what the return of a cut answer goes on with."""
+"""The critic: learned returns, its first steps, checkpoints, what a replay sees; and what a truncated answer's return goes on with."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What becomes of the section `slime`: hooks by slime's names, put in the place of the keys that they are here (docs/slime-hooks.md).
+"""Puts the hooks that the section `slime` names at streamrl's own keys (docs/slime-hooks.md).
 
 ```text
 [slime] custom_rm_path = "my.py:rm"   ->   reward.kind = "slime:my.py:rm"   ->   streamrl.bridges.slime.hooks makes a reward of it
@@ -21,7 +21,7 @@ from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 
 SLIME = "slime:"
-"""Before a function of slime's form, where a key of ours names one; so in front of all of these: `slime:file.py:name`."""
+"""Prefix of a function with slime's signature at a key of streamrl's own: `slime:file.py:name`. The next three are used likewise."""
 GROUP = "slime_group:"
 """A reward that is called with all samples of a group."""
 ROLLOUT = "slime_rollout:"
@@ -36,14 +36,14 @@ KEEP_ALL = f"{SLIME}streamrl.bridges.slime.scoring:keep_all"
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Which key of ours takes the function of which of slime's."""
+    """The key of streamrl's own that takes the function of one of slime's."""
 
     flag: str
     section: str
     key: str
     prefix: str
     built_in: tuple[str, ...]
-    """What the key may say beside it: it stands for nothing chosen."""
+    """Values of the key that count as nothing chosen."""
 
 
 PLACES = (
@@ -75,10 +75,10 @@ def refuse_hooks(tree: Mapping[str, Any], where: str) -> None:
 
 
 def lowered(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A raw table with the functions of its section `slime` at the keys that they are here. Done again, it changes nothing.
+    """Put the functions that the section `slime` of a raw table names at streamrl's own keys, too. A second time it changes nothing.
 
     Raises:
-        ConfigError: such a key names something else too, or two functions are for one key.
+        ConfigError: such a key names something else already, or two functions are for one key.
     """
     refuse_hooks(tree, where)
     given = tree.get("slime")
@@ -150,7 +150,7 @@ def _and_more(tree: dict[str, Any], given: Mapping[str, Any], taken: Mapping[str
 
 
 def raised(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The other way round: a lowered table with nothing at the keys that its section `slime` fills, so that it may be changed."""
+    """Remove from a table what `lowered` has put there, so that its section `slime` can be changed."""
     given = tree.get("slime", {})
     found = {name: dict(section) if isinstance(section, Mapping) else section for name, section in tree.items()}
     for place in PLACES:

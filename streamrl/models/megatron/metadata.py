@@ -1,6 +1,6 @@
-"""The `.metadata` of torch.distributed.checkpoint, which is a pickle: of what it names, only classes that such a file consists of are made.
+"""Reads the `.metadata` of torch.distributed.checkpoint, which is a pickle, and makes only the classes that such a file consists of.
 
-torch itself would make whatever it names, and so run whatever it says. Nothing else in streamrl unpickles.
+torch itself would make whatever the file names, and so run whatever it says. Nothing else in streamrl unpickles.
 """
 
 from __future__ import annotations

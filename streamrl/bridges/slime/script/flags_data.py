@@ -131,9 +131,7 @@ ROLLOUT: tuple[Flag, ...] = (
     *nothing("producers ask the engines themselves", "--use-slime-router", "--http-proxy", "--use-distributed-post"),
     *nothing("samples go over the bus", "--rollout-data-transport"),
     *nothing("names are read from config.json", "--model-name"),
-    *refused(
-        "samples that are cut by other versions go on, and are never queued whole", "tasks.max_staleness", "--buffer-sort-by-staleness"
-    ),
+    *refused("samples go on under new weights, and are never queued whole", "tasks.max_staleness", "--buffer-sort-by-staleness"),
 )
 REWARD: tuple[Flag, ...] = (
     mapped(
