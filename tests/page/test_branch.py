@@ -1,5 +1,6 @@
 """A branch on the page: rows of its own ledger, samples of its parent's stream."""
 
+import asyncio
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,8 @@ from streamrl.page.index import LEDGER_TABLE, TOKENS, Index, open_index
 from streamrl.page.others import Others
 from streamrl.page.samples import Samples
 from streamrl.page.search import Wanted
+from streamrl.page.serving import log_of
+from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.ledger import LedgerEntry, Used
 from streamrl.telemetry.names import PARENT_DISTANCE
@@ -86,9 +89,23 @@ async def test_it_says_what_it_is_and_nothing_of_a_run_that_it_never_was(run: Ru
         assert (found["branch"]["parent"], found["branch"]["here"], found["step"], found["version"]) == ("demo", True, 3, "0.5")
         assert (found["glance"], found["worst"], found["objectives"]["lines"]) == ({}, {}, [])
         assert await told(client, f"{base}/api/letters") == []
+        assert found["state"] == "interrupted"
+        with lock_run(twig):
+            assert (await told(client, f"{base}/api/run"))["state"] == "running"
         shutil.rmtree(run.path)
         assert await status(client, f"{base}/api/batches/3") == 404, "its parent has the samples"
         assert not (await told(client, f"{base}/api/run"))["branch"]["here"]
+
+
+async def test_a_parent_of_another_version_does_not_end_its_page(run: RunDir) -> None:
+    twig = branched(run, 3)
+    run.config_path.write_text('{"run": {"name": "demo", "warp": 9}}')
+    with indexed(twig) as index:
+        following = asyncio.create_task(log_of(twig, index, twig.load_config(), Attention()).follow())
+        done, _ = await asyncio.wait([following], timeout=0)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    assert not done
 
 
 async def test_it_is_compared_by_either_page_and_its_ledger_is_no_link(run: RunDir, tmp_path: Path) -> None:
