@@ -135,7 +135,7 @@ def _json(path: Path) -> object:
 def remove_run(run: RunDir) -> str:
     """Remove a run that `removable` has found; returns what is left of it elsewhere, in words, or an empty text.
 
-    Its credentials, configuration and lock go last: a run whose removal was cut short is still known, as `removing`, and can be removed again.
+    Credentials, configuration and lock go last: a run whose removal was cut short is still known, as `removing`, and can be removed again.
 
     Raises:
         LaunchError: it was started meanwhile, or a file could not be removed; then the rest of it is still there.
