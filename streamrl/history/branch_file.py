@@ -9,6 +9,7 @@ import msgspec
 from streamrl.errors import SchemaError
 from streamrl.runtime.rundir import BRANCH_FILE
 from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import RUN_ID
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -31,7 +32,10 @@ def read_branch_file(directory: Path) -> BranchFile | None:
     """Read what a branch was trained from; None if the directory is no branch's. Raises SchemaError for a file that cannot be read."""
     path = directory / BRANCH_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=BranchFile)
+        found = msgspec.json.decode(path.read_bytes(), type=BranchFile)
+        if not RUN_ID.fullmatch(found.parent):  # it leads to a directory
+            raise msgspec.ValidationError(f"Expected the name of a run as its parent, got {found.parent[:100]!r}")
+        return found
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.MsgspecError) as error:

@@ -13,7 +13,7 @@ import msgspec
 
 from streamrl.config.tree import WeightsConfig
 from streamrl.errors import ConfigError, LaunchError
-from streamrl.monitor.run_state import REMOVING, RunState, write_state
+from streamrl.monitor.run_state import REMOVING, RunState, read_state, write_state
 from streamrl.monitor.runs import describe, parent_of
 from streamrl.runtime.bus_server import end_former
 from streamrl.runtime.lock import holder, lock_run
@@ -60,7 +60,7 @@ def _check_is_run(run: RunDir) -> None:
     names = {entry.name for entry in os.scandir(run.path)}
     config = _json(run.config_path) if run.config_path.name in names else None
     own = isinstance(config, dict) and isinstance(cast("dict[str, Any]", config).get("run"), dict)
-    begun = run.lock_path.name in names and (run.credentials.name in names or names == {run.lock_path.name})
+    begun = run.lock_path.name in names and (run.credentials.name in names or names <= {run.lock_path.name, run.state_path.name})
     if (own and names & {run.lock_path.name, BRANCH_FILE}) or begun:
         return
     raise ConfigError(
@@ -68,6 +68,17 @@ def _check_is_run(run: RunDir) -> None:
         hint="if it is one that is damaged, remove it by hand",
         path=str(run.path),
     )
+
+
+def check_whole(run: RunDir) -> None:
+    """Raise LaunchError for a run whose removal has begun and was cut short: some of its files are gone."""
+    last = read_state(run)
+    if last is not None and last.state == REMOVING:
+        raise LaunchError(
+            f"expected a run with all of its files, got {run.name!r}, whose removal was cut short",
+            hint=f"end it with `streamrl runs rm {run.path}`, or choose another --name",
+            run=run.name,
+        )
 
 
 def check_free(runs: Sequence[RunDir]) -> None:
@@ -124,7 +135,7 @@ def _json(path: Path) -> object:
 def remove_run(run: RunDir) -> str:
     """Remove a run that `removable` has found; returns what is left of it elsewhere, in words, or an empty text.
 
-    Its configuration and its lock go last: a run whose removal was cut short is still known, as `removing`, and can be removed again.
+    Credentials, configuration and lock go last: a run whose removal was cut short is still known, as `removing`, and can be removed again.
 
     Raises:
         LaunchError: it was started meanwhile, or a file could not be removed; then the rest of it is still there.
@@ -139,7 +150,7 @@ def remove_run(run: RunDir) -> str:
                 left = "" if config is None or not config.bus.url else "its streams on the cluster of bus.url stay"
             write_state(run, RunState(state=REMOVING))
             last = (run.state_path, run.config_path, run.lock_path)
-            for entry in list(os.scandir(run.path)):
+            for entry in sorted(os.scandir(run.path), key=lambda entry: entry.name == run.credentials.name):
                 if entry.name in {path.name for path in last}:
                     continue
                 if entry.is_dir(follow_symlinks=False):

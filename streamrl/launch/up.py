@@ -26,6 +26,7 @@ from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
 from streamrl.launch.page import page_beside
 from streamrl.launch.prepare import NothingBinds, check_inputs, check_log, check_start, has_trained, make_record, open_record
 from streamrl.launch.protocol import Launcher
+from streamrl.launch.remove import check_whole
 from streamrl.launch.shown import Shown
 from streamrl.launch.sinks import sinks_beside
 from streamrl.launch.supervisor import Supervisor
@@ -118,7 +119,7 @@ async def up(
 
     Raises:
         CannotResume: something is lost that has to be accepted.
-        LaunchError: the run is up already, or a worker cannot be kept running.
+        LaunchError: the run is up already, its removal has begun, or a worker cannot be kept running.
         ConfigError: dataset or configuration do not fit each other or the run that is resumed.
         BusError: the bus cannot be started or reached.
     """
@@ -133,6 +134,7 @@ async def up(
 
     with contextlib.ExitStack() as opened:
         opened.enter_context(lock_run(run))
+        check_whole(run)
         session: Session | None = None
 
         def leave_nothing() -> None:

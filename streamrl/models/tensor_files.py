@@ -151,7 +151,7 @@ class TensorFiles:
         for piece in one.pieces:
             strip = host_bytes(self.read(name, piece.box)).reshape(piece.box.held[0] if one.shape else 1, -1)
             first, column = (*piece.box.offset, 0, 0)[:2]
-            begin = column * ITEM_BYTES[one.dtype]
+            begin = column * math.prod(one.shape[2:]) * ITEM_BYTES[one.dtype]
             rows[first : first + len(strip), begin : begin + strip.shape[1]] = strip
 
 

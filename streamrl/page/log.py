@@ -268,7 +268,10 @@ class ParentLog(RunLog):
         return await super().bus()
 
     def _is_up(self) -> bool:
-        return self.run.config_path.is_file() and super()._is_up()
+        try:
+            return self.run.config_path.is_file() and super()._is_up()
+        except ConfigError:  # of another version, or it goes just now; said when a sample is wanted
+            return False
 
     def _due(self, *, live: bool) -> bool:
         return self._wanted

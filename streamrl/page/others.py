@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import stat
@@ -191,12 +190,13 @@ def _began_s(entry: os.DirEntry[str]) -> float | None:
         config = os.lstat(os.path.join(entry.path, "config.json"))
         if not stat.S_ISREG(config.st_mode):
             return None
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISDIR(os.lstat(os.path.join(entry.path, "metrics")).st_mode):
-                return config.st_mtime
+        try:
+            branch = os.lstat(os.path.join(entry.path, BRANCH_FILE)).st_mode
+        except FileNotFoundError:
+            return config.st_mtime if stat.S_ISDIR(os.lstat(os.path.join(entry.path, "metrics")).st_mode) else None
         # A branch has rows in its ledger alone.
-        kinds = (os.lstat(os.path.join(entry.path, name)).st_mode for name in (BRANCH_FILE, LEDGER_FILE))
-        return config.st_mtime if all(map(stat.S_ISREG, kinds)) else None
+        ledger = os.lstat(os.path.join(entry.path, LEDGER_FILE)).st_mode
+        return config.st_mtime if stat.S_ISREG(branch) and stat.S_ISREG(ledger) else None
     except OSError:
         return None
 

@@ -147,8 +147,8 @@ class Page:
         progress = self._index.progress() if self.reading else None
         newest = self._index.columns(LEDGER_TABLE, ["version", "epoch"], last=1)
         branch = told_of(self._run, self._index.branch) if self._index.branch is not None else None
-        if branch is not None:
-            known = "finished" if branch["ended"] else "trains, or was ended"
+        if branch is not None:  # it holds the lock while it trains, and has no other state
+            known = "finished" if branch["ended"] else RUNNING if running else INTERRUPTED
         return {
             "run": self._run.name,
             "branch": branch,

@@ -1,5 +1,6 @@
 """Removing runs: what is refused, what goes, and what stays when it is cut short."""
 
+import io
 import os
 import shutil
 from collections.abc import Callable
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 
 from streamrl.cli import main
-from streamrl.config.tree import BusConfig, ModelConfig, WeightsConfig
+from streamrl.config.tree import BusConfig, Config, ModelConfig, RunConfig, WeightsConfig
 from streamrl.errors import ConfigError, LaunchError
 from streamrl.launch.remove import check_free, removable, remove_run
+from streamrl.launch.up import up
+from streamrl.monitor.run_state import REMOVING, RunState, write_state
 from streamrl.monitor.runs import list_runs
-from streamrl.runtime.lock import lock_run
+from streamrl.monitor.screen import PlainLines
+from streamrl.runtime.lock import holder, lock_run
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.weights.factory import weights_directory
 from tests.support.errors import raises
@@ -154,13 +158,22 @@ def with_a_lock_alone(base: Path) -> RunDir:
     return run
 
 
+def with_a_lock_and_a_state(base: Path) -> RunDir:
+    run = with_a_lock_alone(base)
+    write_state(run, RunState(state=REMOVING))
+    return run
+
+
 def branch_without_lock(base: Path) -> RunDir:
     run = named_run(base / "odd")
     (run.path / BRANCH_FILE).write_text('{"parent": "first"}')
     return run
 
 
-ODD = [half_started, of_a_later_version, with_a_damaged_configuration, without_most_files, with_a_lock_alone, branch_without_lock]
+ODD = [
+    *(half_started, of_a_later_version, with_a_damaged_configuration, without_most_files),
+    *(with_a_lock_alone, with_a_lock_and_a_state, branch_without_lock),
+]
 
 
 @pytest.mark.parametrize("make", ODD)
@@ -192,6 +205,32 @@ def test_a_removal_that_is_cut_short_leaves_a_run_that_can_be_removed(base: Path
     monkeypatch.undo()
     remove_run(removable("first", base=base))
     assert names(base) == ["second"]
+
+
+def test_what_is_left_of_a_start_whose_removal_was_cut_short_can_be_removed(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, real = half_started(base), shutil.rmtree
+
+    def refuses(path: str, *arguments: Any, **named: Any) -> None:
+        if path == str(run.credentials):
+            raise PermissionError(13, "Permission denied", path)
+        real(path, *arguments, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", refuses)
+    with raises(LaunchError, run="odd", path=str(run.credentials)):
+        remove_run(removable("odd", base=base))
+    monkeypatch.undo()
+    assert sorted(os.listdir(run.path)) == sorted(path.name for path in (run.credentials, run.lock_path, run.state_path))
+    remove_run(removable("odd", base=base))
+    assert names(base) == ["first", "second"]
+
+
+async def test_a_run_whose_removal_has_begun_does_not_start_again(base: Path) -> None:
+    run = RunDir(base / "first")
+    write_state(run, RunState(state=REMOVING))
+    before = sorted(map(str, run.path.rglob("*")))
+    with raises(LaunchError, run="first"):
+        await up(Config(run=RunConfig(name="first", dir=str(base))), PlainLines(io.StringIO()))
+    assert sorted(map(str, run.path.rglob("*"))) == before and holder(run) is None
 
 
 def branch_of(base: Path, parent: str) -> str:

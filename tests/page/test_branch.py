@@ -1,21 +1,27 @@
 """A branch on the page: rows of its own ledger, samples of its parent's stream."""
 
+import asyncio
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from msgspec.structs import replace
 
 from streamrl.config.tree import Config, RunConfig
-from streamrl.history.branch_file import LEDGER_FILE, BranchFile
+from streamrl.errors import SchemaError
+from streamrl.history.branch_file import LEDGER_FILE, BranchFile, read_branch_file
 from streamrl.monitor.series import BATCH
 from streamrl.page.attention import Attention
 from streamrl.page.index import LEDGER_TABLE, TOKENS, Index, open_index
 from streamrl.page.others import Others
 from streamrl.page.samples import Samples
 from streamrl.page.search import Wanted
+from streamrl.page.serving import log_of
+from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.ledger import LedgerEntry, Used
 from streamrl.telemetry.names import PARENT_DISTANCE
@@ -86,9 +92,31 @@ async def test_it_says_what_it_is_and_nothing_of_a_run_that_it_never_was(run: Ru
         assert (found["branch"]["parent"], found["branch"]["here"], found["step"], found["version"]) == ("demo", True, 3, "0.5")
         assert (found["glance"], found["worst"], found["objectives"]["lines"]) == ({}, {}, [])
         assert await told(client, f"{base}/api/letters") == []
+        assert found["state"] == "interrupted"
+        with lock_run(twig):
+            assert (await told(client, f"{base}/api/run"))["state"] == "running"
         shutil.rmtree(run.path)
         assert await status(client, f"{base}/api/batches/3") == 404, "its parent has the samples"
         assert not (await told(client, f"{base}/api/run"))["branch"]["here"]
+
+
+def test_its_parent_is_a_run_beside_it(run: RunDir) -> None:
+    twig = branched(run, 1)
+    path = twig.path / BRANCH_FILE
+    path.write_bytes(path.read_bytes().replace(b'"demo"', b'"../demo"'))
+    with pytest.raises(SchemaError):
+        read_branch_file(twig.path)
+
+
+async def test_a_parent_of_another_version_does_not_end_its_page(run: RunDir) -> None:
+    twig = branched(run, 3)
+    run.config_path.write_text('{"run": {"name": "demo", "warp": 9}}')
+    with indexed(twig) as index:
+        following = asyncio.create_task(log_of(twig, index, twig.load_config(), Attention()).follow())
+        done, _ = await asyncio.wait([following], timeout=0)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    assert not done
 
 
 async def test_it_is_compared_by_either_page_and_its_ledger_is_no_link(run: RunDir, tmp_path: Path) -> None:
@@ -103,6 +131,9 @@ async def test_it_is_compared_by_either_page_and_its_ledger_is_no_link(run: RunD
     with indexed(twig) as index:
         others = Others(twig, twig.load_config(), index)
         assert [one.parent for one in (await others.compare(["demo"], "version")).runs] == ["demo", ""]
+        os.mkfifo(run.path / BRANCH_FILE)
+        assert others.names() == []
+        (run.path / BRANCH_FILE).unlink()
     (twig.path / LEDGER_FILE).rename(tmp_path / "elsewhere")
     (twig.path / LEDGER_FILE).symlink_to(tmp_path / "elsewhere")
     with indexed(run) as index:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -19,7 +20,7 @@ from streamrl.errors import CheckpointDamaged, TrainingError
 from streamrl.models import directories
 from streamrl.models.checkpoint import ModelState, TorchState, random_state, read_checkpoint, write_checkpoint, write_tensors
 from streamrl.models.directories import BackgroundWriter, list_checkpoints, prune, recover, write_directory
-from streamrl.models.tensor_files import TensorFiles, join_tensors, part_files, part_folder
+from streamrl.models.tensor_files import OFFSETS, TensorFiles, host_bytes, join_tensors, part_files, part_folder
 from streamrl.schemas.versions import Version
 from streamrl.tensors.mesh import Mesh
 from tests.support.errors import raises
@@ -312,6 +313,19 @@ def test_parts_that_do_not_make_a_whole_are_damage(tmp_path: Path, damage: str) 
     (path / "files.json").unlink()
     with pytest.raises(CheckpointDamaged):
         read_checkpoint(path, Mesh(shard=2), 1)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 4, 3)])
+def test_columns_are_copied_to_their_places(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    files = {tmp_path / "left": (0, 1), tmp_path / "right": (1, 4)}
+    for file, (first, end) in files.items():
+        offsets = {"wide": {"saved_offsets": [0, first, *[0] * (len(shape) - 2)]}}
+        save_file({"wide": whole[:, first:end].contiguous()}, file, metadata={OFFSETS: json.dumps(offsets)})
+    out = np.zeros(whole.nbytes, np.uint8)
+    with TensorFiles(files) as found:
+        found.copy("wide", out)
+    assert out.tobytes() == host_bytes(whole).tobytes()
 
 
 def test_one_bit_of_a_part_is_found_and_a_later_format_refused(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ async function group(place, number_, task) {
     element("p", {}, element("a", { href: path(number_) }, `← batch of version ${number_}`)),
     ...(first ? [box(`Task ${task}`, element("div", { class: "tokens" }, first.prompt), ...(first.label === null ? [] : [element("p", { class: "soft" }, `label: ${first.label}`)]))] : []),
     element("div", { class: "bar" }, element("label", {}, "Shown ", way)), key,
-    ...(unknown ? [element("p", { class: "soft" }, "The advantages of these samples are not known: they are kept of the newest batches only (trainer.token_weights_bytes).")] : []), room,
+    ...(unknown ? [element("p", { class: "soft" }, "The advantages of these samples are not known: a run keeps those of its newest batches of reinforcement learning (trainer.token_weights_bytes), a branch none.")] : []), room,
   );
   draw();
 }
