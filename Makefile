@@ -23,7 +23,7 @@ RUN ?= quickstart
 ARGS ?=
 PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 MORE_TESTS ?=
-FAST_HALF = $(addprefix tests/,algorithms bench cli contracts engines loop ranks tensors trainers weights)
+FAST_HALF = $(addprefix tests/,algorithms bench cli config contracts docs engines loop ranks tensors trainers weights)
 SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang -o timeout=400
 TEST_ARGS ?=
 TIER ?= test

@@ -311,7 +311,8 @@ def size_text(count: int | None) -> str:
 def _reward(line: RunLine) -> str:
     if line.loss_last is not None:
         return f"loss {_from_to(line.loss_first, line.loss_last)}"
-    return _from_to(line.reward_first, line.reward_last)
+    said = _from_to(line.reward_first, line.reward_last)
+    return f"{said} (recorded)" if line.parent and line.reward_last is not None else said
 
 
 def _from_to(first: float | None, last: float | None) -> str:

@@ -87,12 +87,16 @@ def test_a_run_of_another_version_or_with_damaged_files_is_listed(run: RunDir, f
     assert (line.state, line.model, line.note) == (state, model, files.get("note.txt", ""))
 
 
-def test_a_branch_is_finished_once_its_summary_is_there(run: RunDir) -> None:
+def test_a_branch_is_finished_once_its_summary_is_there_with_rewards_that_were_recorded(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run.path / BRANCH_FILE).write_text('{"parent": "root"}')
     with lock_run(run):
         assert (describe(run).state, describe(run).parent) == ("running", "root")
-    write_summary(summary_of(), run.summary_path)
+    write_summary(summary_of(reward_last=0.5), run.summary_path)
     assert describe(run).state == "finished"
+    print_runs([describe(run)], as_json=False)
+    assert "(recorded)" in capsys.readouterr().out
 
 
 def test_a_link_to_a_run_is_listed_with_its_size_and_a_broken_one_is_not(run: RunDir, tmp_path: Path) -> None:
