@@ -211,6 +211,6 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_s: float
     parent: str = ""
     code: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-    """By configuration key, the digest of the source of user code at the last start. Not on the wire when unset."""
+    """The digest of the source of user code at the last start, by configuration key. Not on the wire when unset."""
     models: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-    """By configuration key, the digest of a folder of a model, see `streamrl.runtime.model_digests`. Not on the wire when unset."""
+    """The digest of each model's folder, by configuration key (`streamrl.runtime.model_digests`). Not on the wire when unset."""

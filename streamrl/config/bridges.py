@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Bridge(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the table. A function is named as `module:name`; an empty text: the bridge has none."""
+    """A bridge to another system. Functions are named as `module:name`; an empty name means that the bridge has none."""
 
     prefixes: tuple[str, ...]
     """Texts before the names of its functions or environments in a reference, with the colon."""

@@ -13,7 +13,7 @@ class SourceConfig(Section, frozen=True, kw_only=True):
     """One of several sets of training rows: a table `[[data.sources]]` for each."""
 
     name: str = ""
-    """What its tasks carry as `metadata.data_source`; letters, digits, `_` and `-`."""
+    """The name that its tasks carry as `metadata.data_source`; letters, digits, `_` and `-`."""
     train: str = ""
     """Its rows, as `data.train`."""
     weight: tuple[tuple[NonNegativeInt, NonNegativeFloat], ...] | NonNegativeFloat = 1.0

@@ -106,18 +106,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """All roles share one login of a cluster."""
 
 
-_OF_NUMBERS = (
+_OF_GLANCE = (
     *("reward", "reward_first", "loss", "loss_first", "heldout", "heldout_first", "heldout_interval", "heldout_set"),
-    *("warmup_step", "staleness_p50", "staleness_p95", "staleness_max", "tokens_made", "tokens_trained", "account"),
+    "account",
+)
+_OF_NUMBERS = (
+    *_OF_GLANCE,
+    *("warmup_step", "staleness_p50", "staleness_p95", "staleness_max", "tokens_made", "tokens_trained"),
     *("ended_rollouts", "dropped", "drops", "failed_rollouts", "newest_error", "unusable_rows", "lengths", "length_distance"),
 )
 _OF_THIS_MOMENT = (
     *("phase", "steps_per_minute", "rollouts_per_s", "made_per_s", "trained_per_s", "left_s", "stream_lag", "stream_s", "tasks_in_flight"),
     *("standing", "slo", "engines", "workers"),
-)
-_OF_GLANCE = (
-    *("reward", "reward_first", "loss", "loss_first", "heldout", "heldout_first", "heldout_interval", "heldout_set"),
-    "account",
 )
 _OF_SUMMARY = (
     *("reward_first", "loss_first", "heldout_first", "tokens_made", "tokens_trained", "staleness_p50", "staleness_max"),

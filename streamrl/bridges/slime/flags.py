@@ -94,5 +94,5 @@ def run_flags(config: Config, model_dir: str | Path) -> dict[str, Any]:
 
 
 def hook_options(config: Config, model_dir: str | Path) -> dict[str, Any]:
-    """What a function of slime's form is given besides its options: what it finds in `args`."""
+    """Return what a function of slime's form finds in `args` besides its options."""
     return {OPTION: run_flags(config, model_dir)}

@@ -32,7 +32,7 @@ OPTION = "slime_args"
 """The option under which code that runs in children is given what slime calls `args`."""
 DEFAULT_GENERATE = f"{SLIME}streamrl.bridges.slime.generate:generate"
 KEEP_ALL = f"{SLIME}streamrl.bridges.slime.scoring:keep_all"
-"""What stands at a key for hooks that run beside it, where it names nothing else."""
+"""The value of a key that names nothing itself, but has hooks that run beside it."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ def lowered(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _put(tree: dict[str, Any], place: Place, value: str, where: str) -> None:
     section = tree.get(place.section, {})
     if not isinstance(section, Mapping):
-        return  # the wrong type is said when the whole is read
+        return  # reading the whole configuration reports the wrong type
     now = section.get(place.key, place.built_in[0])
     if now not in (*place.built_in, value):
         raise ConfigError(
@@ -119,7 +119,7 @@ def _put(tree: dict[str, Any], place: Place, value: str, where: str) -> None:
 
 
 def _and_more(tree: dict[str, Any], given: Mapping[str, Any], taken: Mapping[str, str], where: str) -> None:
-    """What hooks take besides the key that names them."""
+    """Check what hooks need besides the key that names them, and set it in `tree`."""
     if given.get("group_rm") and not given.get("custom_rm_path"):
         raise ConfigError(
             f"slime.group_rm is for slime.custom_rm_path, which names nothing, in {where}", hint="name it", key="slime.group_rm"
@@ -165,7 +165,7 @@ def raised(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown_flag(name: str, known: Mapping[str, Any]) -> str:
-    """What to say of a value of `args` that is not there."""
+    """Return the message for a value of `args` that is missing."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     hint = f"did you mean {near[0]}?" if near else "values of your own go into [slime] custom_config, which hooks of the trainer do not see"
     return f"slime's args has no {name!r} here; {hint} (docs/slime-hooks.md lists what it has)"
